@@ -43,8 +43,6 @@ class ActiveCall(msgspec.Struct, kw_only=True):
     """Whether the agent got an error instead of the rest of its answer."""
     ended: int = 0
     """Number of choices whose ends were written to a stream."""
-    closing: bool = False
-    """Whether the stream's next event is its last."""
 
     async def close(self) -> None:
         """Release everything that the call holds. Closing it again does nothing."""

@@ -187,8 +187,8 @@ class ChoiceState:
     def take(self, delta: Delta, elapsed_s: float) -> None:
         if not self.token_ids:
             self.first_token_s = elapsed_s
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
+        self.token_ids.fromlist(delta.token_ids)
+        self.logprobs.fromlist(delta.logprobs)
         self.entries += delta.entries
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason

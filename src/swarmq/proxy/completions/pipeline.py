@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -140,30 +140,42 @@ class Completions:
     async def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
         """Yield deltas and complete choices. Raises EngineError or BrokerError in the middle, after which the call is over."""
         choices: dict[int, ChoiceState] = {}
-        with self._use_lane(begun.lane, begun.request.policy):
-            async with _closing(begun), aclosing(self._iterate_deltas(begun, choices)) as taken:
-                async for choice, delta in taken:
-                    if begun.rendered.needs_parsing and delta.finish_reason:
-                        gain = await _finish_message(begun, choice, delta)
-                    elif begun.rendered.needs_parsing:
-                        gain = await _parse_delta(begun, choice, delta)
-                        extend(choice.message, gain)
-                        gain.pop("tool_calls", None)  # sent at the end: a call sent in part could not be taken back
-                    else:
-                        gain = {"content": delta.text} if delta.text else {}
-                        choice.message["content"] += delta.text
-                    yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
-                    if delta.finish_reason:
-                        yield await self._finish_choice(begun, choice)
+        with (
+            self._use_lane(begun.lane, begun.request.policy),
+            closing(Deadline(begun.request.began, self._timeout_s)) as deadline,
+        ):
+            async with _closing(begun):
+                portion: list[Delta] | None = begun.first
+                while portion is not None:
+                    for delta in portion:
+                        choice = _take(begun, choices, delta)
+                        if begun.rendered.needs_parsing:
+                            gain = await _parse_gain(begun, choice, delta)
+                        else:
+                            gain = {"content": delta.text} if delta.text else {}
+                            choice.message["content"] += delta.text
+                        yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
+                        if delta.finish_reason:
+                            yield await self._finish_choice(begun, choice)
+                    with deadline:
+                        portion = await anext(begun.deltas, None)
+                _check_complete(begun, choices)
 
     async def whole(self, begun: ActiveCall) -> list[ChoiceResult]:
         """Return every choice, in order. Raises EngineError or BrokerError."""
         choices: dict[int, ChoiceState] = {}
-        with self._use_lane(begun.lane, begun.request.policy):
+        with (
+            self._use_lane(begun.lane, begun.request.policy),
+            closing(Deadline(begun.request.began, self._timeout_s)) as deadline,
+        ):
             async with _closing(begun):
-                async with aclosing(self._iterate_deltas(begun, choices)) as taken:
-                    async for choice, delta in taken:
-                        choice.message["content"] += delta.text
+                portion: list[Delta] | None = begun.first
+                while portion is not None:
+                    for delta in portion:
+                        _take(begun, choices, delta).message["content"] += delta.text
+                    with deadline:
+                        portion = await anext(begun.deltas, None)
+                _check_complete(begun, choices)
                 ordered = [choices[index] for index in sorted(choices)]
                 if begun.rendered.needs_parsing:
                     await _derender(begun, ordered)
@@ -360,24 +372,20 @@ class Completions:
             memory.conversations.keep(name, [*conversation.messages, choice.message])
         return result
 
-    async def _iterate_deltas(
-        self, begun: ActiveCall, choices: dict[int, ChoiceState]
-    ) -> AsyncGenerator[tuple[ChoiceState, Delta], None]:
-        """Yield every delta with its choice, to which the delta is already added. Raises EngineError if the last deltas are
-        missing."""
-        portion: list[Delta] | None = begun.first
-        with closing(Deadline(begun.request.began, self._timeout_s)) as deadline:
-            while portion is not None:
-                for delta in portion:
-                    if delta.index not in choices:
-                        choices[delta.index] = ChoiceState(delta.index, stop_strings(begun.chat))
-                    choice = choices[delta.index]
-                    choice.take(delta, time.monotonic() - begun.request.began)
-                    yield choice, delta
-                with deadline:
-                    portion = await anext(begun.deltas, None)
-        if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
-            raise EngineError("the engine stopped before its answer was complete")
+
+def _take(begun: ActiveCall, choices: dict[int, ChoiceState], delta: Delta) -> ChoiceState:
+    """Add a delta to its choice, and return the choice."""
+    if delta.index not in choices:
+        choices[delta.index] = ChoiceState(delta.index, stop_strings(begun.chat))
+    choice = choices[delta.index]
+    choice.take(delta, time.monotonic() - begun.request.began)
+    return choice
+
+
+def _check_complete(begun: ActiveCall, choices: dict[int, ChoiceState]) -> None:
+    """Raise EngineError if the last deltas are missing."""
+    if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
+        raise EngineError("the engine stopped before its answer was complete")
 
 
 @asynccontextmanager
@@ -386,6 +394,16 @@ async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
         yield
     finally:
         await begun.close()
+
+
+async def _parse_gain(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
+    """Parse a delta of tokens, add it to the choice's message, and return what the agent gets now."""
+    if delta.finish_reason:
+        return await _finish_message(begun, choice, delta)
+    gain = await _parse_delta(begun, choice, delta)
+    extend(choice.message, gain)
+    gain.pop("tool_calls", None)  # sent at the end: a call sent in part could not be taken back
+    return gain
 
 
 async def _parse_delta(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:

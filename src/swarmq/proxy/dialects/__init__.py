@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swarmq.proxy.dialects.anthropic_messages import ANTHROPIC, CountTokens, Messages
-from swarmq.proxy.dialects.base import Dialect, Writer, read_request, request_headers, response_headers, stream_events
+from swarmq.proxy.dialects.base import Dialect, Writer, read_request, request_headers, response_headers
 from swarmq.proxy.dialects.chat_completions import ChatCompletions
 from swarmq.proxy.dialects.completions import TextCompletions
 from swarmq.proxy.dialects.responses import Responses
@@ -35,5 +35,4 @@ __all__ = [
     "read_request",
     "request_headers",
     "response_headers",
-    "stream_events",
 ]

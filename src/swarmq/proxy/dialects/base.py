@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -23,13 +22,12 @@ from swarmq.engine.client.protocol import Logprob
 from swarmq.keys import Claims
 from swarmq.messages import OBSERVED_HEADER, new_id
 from swarmq.proxy.active_call import ActiveCall
-from swarmq.proxy.counters import Counters
 from swarmq.proxy.dialects.body_checks import check_arguments, check_results, decode_object
 from swarmq.proxy.dialects.grammar_checks import check_schemas
 from swarmq.proxy.dialects.known_parameters import refuse, unknown
 from swarmq.proxy.dialects.media_checks import check_media
 from swarmq.proxy.episodes.conversations import Conversations
-from swarmq.proxy.http_errors import Refusal, RefusedError, to_refusal
+from swarmq.proxy.http_errors import Refusal, RefusedError
 from swarmq.proxy.requests import (
     ChoiceDelta,
     ChoiceResult,
@@ -174,38 +172,6 @@ def response_headers(begun: ActiveCall) -> dict[str, str]:
 def request_headers(request_id: str) -> dict[str, str]:
     """Return the headers by which OpenAI's and Anthropic's libraries identify a request."""
     return {"x-request-id": request_id, "request-id": request_id}
-
-
-class AnswerStreams(Protocol):
-    """Source of streamed answers."""
-
-    def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
-        """Yield the deltas of each choice, and each choice when it is complete."""
-        ...
-
-
-async def stream_events(
-    dialect: Dialect, completions: AnswerStreams, begun: ActiveCall, meter: Counters
-) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a streamed answer. An error in the middle is the last event."""
-    writer = dialect.writer(begun)
-    try:
-        if opening := writer.begin():
-            yield opening
-        async with aclosing(completions.stream(begun)) as gains:
-            async for gain in gains:
-                if part := writer.end(gain) if isinstance(gain, ChoiceResult) else writer.gain(gain):
-                    yield part
-                begun.ended += isinstance(gain, ChoiceResult)
-    except Exception as error:
-        begun.failed = begun.closing = True
-        refusal = to_refusal(error)
-        meter.errors += 1
-        log.warning("stream_failed", status=refusal.status, reason=str(error), exc_info=refusal.status == 500)
-        yield writer.fail(refusal)
-    else:
-        begun.closing = True
-        yield writer.close()
 
 
 def data_event(value: Json) -> bytes:

@@ -100,18 +100,19 @@ class ChatWriter(ChunkWriter):
             return opening
         delta = {key: value for key, value in gain.delta.items() if key != "role"}
         logprobs = _logprobs(self.begun, gain.logprobs)
-        return opening + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
+        return opening + self.chunk({"index": gain.index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
 
     def end(self, ended: ChoiceResult) -> bytes:
         self.ended.append(ended)
         why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
-        return self._open_choice(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
+        return self._open_choice(ended.index) + self.chunk({"index": ended.index, "delta": {}, "logprobs": None, **why})
 
     def _open_choice(self, index: int) -> bytes:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        opening = {"role": "assistant", "content": ""}
+        return self.chunk({"index": index, "delta": opening, "logprobs": None, "finish_reason": None})
 
 
 def _check_message(message: Json, where: str) -> None:

@@ -88,12 +88,14 @@ class TextWriter(ChunkWriter):
         offset = self._offsets.get(gain.index, 0)
         self._offsets[gain.index] = offset + sum(len(entry.token) for entry in gain.logprobs)
         logprobs = _logprobs(self.begun, gain.logprobs, offset)
-        return self.chunk(gain.index, {"text": text}, logprobs=logprobs) if text or logprobs else b""
+        if not text and not logprobs:
+            return b""
+        return self.chunk({"index": gain.index, "text": text, "logprobs": logprobs, "finish_reason": None})
 
     def end(self, ended: ChoiceResult) -> bytes:
         self.ended.append(ended)
         why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
-        return self.chunk(ended.index, {"text": ""}, **why)
+        return self.chunk({"index": ended.index, "text": "", "logprobs": None, **why})
 
 
 def _prompt(body: Json) -> Prompt:

@@ -14,6 +14,8 @@ from swarmq.proxy.requests import ChoiceResult
 
 Json = dict[str, Any]
 
+_encoder = msgspec.json.Encoder()
+
 
 def head(begun: ActiveCall, kind: str) -> Json:
     return {
@@ -54,7 +56,6 @@ class ChunkWriter:
     def fail(self, refusal: Refusal) -> bytes:
         return data_event(refusal.body)
 
-    def chunk(self, index: int, gained: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
-        """Return one chunk; `gained`: the dialect's field with the choice's new content."""
-        choice = {"index": index, **gained, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-        return self._opening + msgspec.json.encode(choice) + b"]}\n\n"
+    def chunk(self, choice: Json) -> bytes:
+        """Return a chunk with one choice."""
+        return self._opening + _encoder.encode(choice) + b"]}\n\n"

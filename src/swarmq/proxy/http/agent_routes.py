@@ -7,10 +7,11 @@ agent ──POST──> key ──> body ──> read_request ──> Completion
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
+import structlog
 from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody
@@ -28,22 +29,23 @@ from swarmq.proxy.dialects import (
     MESSAGES,
     CountTokens,
     Dialect,
+    Writer,
     anthropic_messages,
     chat_completions,
     openapi_schemas,
     read_request,
     response_headers,
-    stream_events,
 )
 from swarmq.proxy.dialects.base import policy_of
 from swarmq.proxy.engines.pool import EnginePool
 from swarmq.proxy.episodes.cache import EpisodeCache
 from swarmq.proxy.http.authorization import AGENT_SCHEME, Authority
-from swarmq.proxy.http_errors import RefusedError
-from swarmq.proxy.requests import RequestContext
+from swarmq.proxy.http_errors import RefusedError, to_refusal
+from swarmq.proxy.requests import ChoiceResult, RequestContext
 
 Json = dict[str, Any]
 T = TypeVar("T")
+log = structlog.get_logger()
 
 MODELS = "/v1/models"
 AGAIN = "/v1"
@@ -156,8 +158,7 @@ class AgentRoutes:
             try:
                 with self._receipts.answering(begun, has_left):
                     if call.stream:
-                        events = stream_events(dialect, self._completions, begun, self._meter)
-                        await _send_events(send, begun, events, response_headers(begun))
+                        await self._send_events(send, begun, dialect.writer(begun))
                     else:
                         body = dialect.answer(begun, await self._completions.whole(begun))
                         await _answer_whole(request, body, response_headers(begun))(scope, receive, send)
@@ -165,6 +166,35 @@ class AgentRoutes:
                 await begun.close()  # if the agent disconnected before the first event
 
         return self._watch(respond)
+
+    async def _send_events(self, send: Send, begun: ActiveCall, writer: Writer) -> None:
+        """Send the answer as server-sent events; an error in the middle is the last event. The last event ends the body at once,
+        because agents may disconnect after it."""
+        named = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **response_headers(begun),
+        }
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": encoded})
+        try:
+            if opening := writer.begin():
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
+            async with aclosing(self._completions.stream(begun)) as gains:
+                async for gain in gains:
+                    if part := writer.end(gain) if isinstance(gain, ChoiceResult) else writer.gain(gain):
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    begun.ended += isinstance(gain, ChoiceResult)
+        except Exception as error:
+            begun.failed = True
+            refusal = to_refusal(error)
+            self._meter.errors += 1
+            log.warning("stream_failed", status=refusal.status, reason=str(error), exc_info=refusal.status == 500)
+            last = writer.fail(refusal)
+        else:
+            last = writer.close()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _read_call(self, request: Request[Any, Any, Any], dialect: Dialect) -> RequestContext:
         claims = self._authority.verify_agent(request)
@@ -251,24 +281,6 @@ async def cancel_if_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     if not outcome:
         raise GoneError
     return outcome[0]
-
-
-async def _send_events(
-    send: Send, begun: ActiveCall, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
-) -> None:
-    """Send the answer as server-sent events with `headers`. The last event ends the body at once, because agents may
-    disconnect after it."""
-    named = {
-        "content-type": "text/event-stream; charset=utf-8",
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",
-        **headers,
-    }
-    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-    async with aclosing(events):
-        await send({"type": "http.response.start", "status": 200, "headers": encoded})
-        async for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": not begun.closing})
 
 
 def _no_model(name: str, served: Iterable[str]) -> RefusedError:
