@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import structlog
@@ -139,51 +139,32 @@ class Completions:
 
     async def stream(self, begun: ActiveCall) -> AsyncGenerator[ChoiceDelta | ChoiceResult, None]:
         """Yield deltas and complete choices. Raises EngineError or BrokerError in the middle, after which the call is over."""
-        choices: dict[int, ChoiceState] = {}
-        with (
-            self._use_lane(begun.lane, begun.request.policy),
-            closing(Deadline(begun.request.began, self._timeout_s)) as deadline,
-        ):
-            async with _closing(begun):
-                portion: list[Delta] | None = begun.first
-                while portion is not None:
-                    for delta in portion:
-                        choice = _take(begun, choices, delta)
-                        if begun.rendered.needs_parsing:
-                            gain = await _parse_gain(begun, choice, delta)
-                        else:
-                            gain = {"content": delta.text} if delta.text else {}
-                            choice.message["content"] += delta.text
-                        yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
-                        if delta.finish_reason:
-                            yield await self._finish_choice(begun, choice)
-                    with deadline:
-                        portion = await anext(begun.deltas, None)
-                _check_complete(begun, choices)
+        async with self._receiving(begun) as answer:
+            async for portion in answer:
+                for delta in portion:
+                    choice = answer.take(delta)
+                    if begun.rendered.needs_parsing:
+                        gain = await _parse_gain(begun, choice, delta)
+                    else:
+                        gain = {"content": delta.text} if delta.text else {}
+                        choice.message["content"] += delta.text
+                    yield ChoiceDelta(index=choice.index, delta=gain, logprobs=delta.entries)
+                    if delta.finish_reason:
+                        yield await self._finish_choice(begun, choice)
 
     async def whole(self, begun: ActiveCall) -> list[ChoiceResult]:
         """Return every choice, in order. Raises EngineError or BrokerError."""
-        choices: dict[int, ChoiceState] = {}
-        with (
-            self._use_lane(begun.lane, begun.request.policy),
-            closing(Deadline(begun.request.began, self._timeout_s)) as deadline,
-        ):
-            async with _closing(begun):
-                portion: list[Delta] | None = begun.first
-                while portion is not None:
-                    for delta in portion:
-                        _take(begun, choices, delta).message["content"] += delta.text
-                    with deadline:
-                        portion = await anext(begun.deltas, None)
-                _check_complete(begun, choices)
-                ordered = [choices[index] for index in sorted(choices)]
-                if begun.rendered.needs_parsing:
-                    await _derender(begun, ordered)
-                first, *others = ordered
-                ended = await self._finish_choice(
-                    begun, first
-                )  # first, so that the turns of the other choices can refer to its prompt
-                return [ended, *await asyncio.gather(*(self._finish_choice(begun, choice) for choice in others))]
+        async with self._receiving(begun) as answer:
+            async for portion in answer:
+                for delta in portion:
+                    answer.take(delta).message["content"] += delta.text
+            ordered = [answer.choices[index] for index in sorted(answer.choices)]
+            if begun.rendered.needs_parsing:
+                await _derender(begun, ordered)
+            first, *others = ordered
+            # first, so that the turns of the other choices can refer to its prompt
+            ended = await self._finish_choice(begun, first)
+            return [ended, *await asyncio.gather(*(self._finish_choice(begun, choice) for choice in others))]
 
     async def count(self, request: RequestContext) -> int:
         """Return the number of tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
@@ -316,6 +297,18 @@ class Completions:
             return chat
         return await escape(chat, lane.is_token)
 
+    @asynccontextmanager
+    async def _receiving(self, begun: ActiveCall) -> AsyncIterator[_ArrivingAnswer]:
+        """Open a call's answer; the call is closed with it."""
+        with (
+            self._use_lane(begun.lane, begun.request.policy),
+            closing(Deadline(begun.request.began, self._timeout_s)) as deadline,
+        ):
+            try:
+                yield _ArrivingAnswer(begun, deadline)
+            finally:
+                await begun.close()
+
     @contextmanager
     def _use_lane(self, lane: EngineLane, policy: str) -> Iterator[None]:
         """Mark the lane as busy. If the engine gives an unusable answer, count that and avoid the engine for a while."""
@@ -373,27 +366,40 @@ class Completions:
         return result
 
 
-def _take(begun: ActiveCall, choices: dict[int, ChoiceState], delta: Delta) -> ChoiceState:
-    """Add a delta to its choice, and return the choice."""
-    if delta.index not in choices:
-        choices[delta.index] = ChoiceState(delta.index, stop_strings(begun.chat))
-    choice = choices[delta.index]
-    choice.take(delta, time.monotonic() - begun.request.began)
-    return choice
+class _ArrivingAnswer:
+    """The portions of a call's answer, to iterate over, and the choices that they fill. No generator, because every portion passes here."""
 
+    def __init__(self, begun: ActiveCall, deadline: Deadline) -> None:
+        self._begun, self._deadline = begun, deadline
+        self._first: list[Delta] | None = begun.first
+        self.choices: dict[int, ChoiceState] = {}
 
-def _check_complete(begun: ActiveCall, choices: dict[int, ChoiceState]) -> None:
-    """Raise EngineError if the last deltas are missing."""
-    if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
-        raise EngineError("the engine stopped before its answer was complete")
+    def __aiter__(self) -> Self:
+        return self
 
+    async def __anext__(self) -> list[Delta]:
+        """Raises EngineError if the last deltas are missing."""
+        portion, self._first = self._first, None
+        if portion is None:
+            with self._deadline:
+                portion = await anext(self._begun.deltas, None)
+        if portion is None:
+            self._check_complete()
+            raise StopAsyncIteration
+        return portion
 
-@asynccontextmanager
-async def _closing(begun: ActiveCall) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await begun.close()
+    def take(self, delta: Delta) -> ChoiceState:
+        """Add a delta to its choice, and return the choice."""
+        if delta.index not in self.choices:
+            self.choices[delta.index] = ChoiceState(delta.index, stop_strings(self._begun.chat))
+        choice = self.choices[delta.index]
+        choice.take(delta, time.monotonic() - self._begun.request.began)
+        return choice
+
+    def _check_complete(self) -> None:
+        ended = sum(choice.finish_reason is not None for choice in self.choices.values())
+        if ended != self._begun.rendered.sampling.get("n", 1):
+            raise EngineError("the engine stopped before its answer was complete")
 
 
 async def _parse_gain(begun: ActiveCall, choice: ChoiceState, delta: Delta) -> Json:
